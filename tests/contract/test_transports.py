@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.contract.harness import CPU, A, B, assert_equal, bits, hello, random_tensors, send
+from tests.contract.harness import CPU, A, B, Harness, assert_equal, bits, hello, random_tensors, send
 from tests.contract.sources import Sources
 from tests.helpers import plan_of
 from weightsync.deadline import Deadline
@@ -24,6 +24,7 @@ from weightsync.protocol import http
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
+from weightsync.transports.control import trainer as control
 
 
 @pytest.mark.parametrize("bucket_bytes", [512, 4096, 65536, 1 << 20])
@@ -137,6 +138,32 @@ def test_an_aborted_rank_fails_the_push_and_is_named(harness):
     harness.cancelled.clear()
     tensors = random_tensors(2)
     assert_equal(harness.push(tensors, 512), tensors)
+
+
+def test_why_a_rank_gave_up_is_said_though_its_broken_connection_is_noticed_first(monkeypatch):
+    harness, explaining = Harness("nccl"), threading.Event()
+    end, explain = harness.peers[Peer(A, 1)], control.PushSession.explain
+    report = end._control.fail
+
+    def report_late(push, error):
+        end._leave()
+        assert explaining.wait(PATIENCE_S)
+        report(push, error)
+
+    def broken(incoming):
+        if incoming is end._incoming:
+            raise OSError("no luck")
+        return incoming
+
+    monkeypatch.setattr(end._control, "fail", report_late)
+    monkeypatch.setattr(control.PushSession, "explain", lambda session: (explaining.set(), explain(session)))
+    monkeypatch.setattr(control, "FINAL_MESSAGE_S", PATIENCE_S)
+    harness.through = broken
+    try:
+        with pytest.raises(TransferFailed, match="rank 1 of http://127.0.0.1:8001: no luck"):
+            harness.push(random_tensors(), 512)
+    finally:
+        harness.close()
 
 
 def test_a_streamed_push_delivers_every_tensor_without_a_stage(harness):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from weightsync.engine.exchange.slices import TORCH, Cancelled, Setting, Sliced, beside, stop_if_over
+from weightsync.uncollected import uncollected
 
 SLICE_S = 0.001
 ONE = torch.ones(4)
@@ -124,6 +125,42 @@ def test_no_garbage_is_collected_in_a_slice_and_all_of_it_between_two():
     assert gc.isenabled()
     assert gc.collect is collect
     assert {during for _, during in phases} == {False}
+
+
+def test_slices_of_two_engines_of_one_process_leave_nothing_set():
+    ours, theirs = threading.Event(), threading.Event()
+
+    def work(sets, here, other):
+        torch.set_default_dtype(sets)
+        here.set()
+        other.wait(0.2)  # in the slice, unless the other engine is in one
+        for _ in range(3000):
+            ONE.sum()
+        return torch.get_default_dtype()
+
+    one = Sliced(lambda: work(torch.float64, ours, theirs))
+    two = Sliced(lambda: work(torch.float16, theirs, ours))
+    other = threading.Thread(target=to_the_end, args=(two,))
+    other.start()
+    to_the_end(one)
+    other.join()
+    assert (one.result(), two.result()) == (torch.float64, torch.float16)
+    assert torch.get_default_dtype() == torch.float32
+    assert (gc.isenabled(), gc.collect.__module__) == (True, "gc")
+
+
+def test_the_collector_is_on_once_neither_a_trainer_nor_an_engine_of_the_process_needs_it_off():
+    trainer, engine = contextlib.ExitStack(), threading.Event()
+
+    def work():
+        trainer.close()  # as another thread
+        engine.set()
+        assert not gc.isenabled()
+
+    trainer.enter_context(uncollected())
+    to_the_end(Sliced(work))
+    assert engine.is_set()
+    assert gc.isenabled()
 
 
 def test_an_error_of_the_work_is_raised_again_and_again():

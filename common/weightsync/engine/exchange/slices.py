@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weightsync.errors import WrongState
+from weightsync.uncollected import uncollected
 
 _R = TypeVar("_R")
 
@@ -84,10 +85,11 @@ TORCH: Final = (
 
 
 #: A collection of garbage reads every object of the process, which takes longer than a slice: there is none within one.
-_COLLECTOR: Final = (
-    Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
-    Setting(lambda: gc.collect, functools.partial(setattr, gc, "collect")),
-)
+_COLLECT: Final = Setting(lambda: gc.collect, functools.partial(setattr, gc, "collect"))
+
+#: Held in a slice: a process may have several engines, each with a loop, and what one sets for the process in its slice
+#: must not be taken by another for what was set before.
+_in_slice: Final = threading.Lock()
 
 
 class Unfinished(WrongState):
@@ -111,7 +113,7 @@ class Sliced(Generic[_R]):
         settings: Sequence[Setting] = TORCH,
         around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
-        self._work, self._settings, self._around = work, (*settings, *_COLLECTOR), around
+        self._work, self._settings, self._around = work, (*settings, _COLLECT), around
         self._inside: list[Any] | None = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         #: Guards the two below: whether the thread may go on beside the engine, and whether it does.
@@ -158,7 +160,7 @@ class Sliced(Generic[_R]):
             if not self._back.acquire(timeout=min(seconds, _BESIDE_S)):
                 return  # it still goes on beside the engine
             self._left = False
-        with self._around(), self._set():
+        with _in_slice, self._around(), uncollected(), self._set():
             self._end = start + seconds
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightsync-standby", daemon=True)
@@ -196,7 +198,6 @@ class Sliced(Generic[_R]):
         try:
             with contextlib.suppress(OSError):  # then it uses the cores of the thread that started it
                 _use_all_cores()
-            gc.disable()
             gc.collect = _collect_nothing
             _here.sliced = self
             with _Calls(self):

@@ -243,14 +243,28 @@ class PushSession:
             # Checked on every pass: a flood of meaningless messages must not hold it off.
             self.deadline.check(f"{what}; {_missing(absent)}")
             # Poll briefly: another thread may end the deadline early.
-            poll_ms = int(min(self.deadline.left(), look_up_s) * 1000)
-            if not self._control.socket.poll(poll_ms):
-                if not poll_ms:
-                    time.sleep(look_up_s)
-                continue
-            identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
-            with contextlib.suppress(msgspec.MsgspecError):  # not from a peer: a silent peer runs into the deadline
-                self._handle(identity, control.unpack_from_rank(frame))
+            self._handle_next(min(self.deadline.left(), look_up_s))
+
+    def explain(self) -> None:
+        """Raise the error that a rank reports, if one arrives soon.
+
+        A transfer mostly breaks because a rank gave up, and its report may be slower than the broken connection.
+        """
+        # Not as long as the other ranks wait for this side's reason: what they report then is that it broke.
+        until = Deadline(min(FINAL_MESSAGE_S / 2, self.deadline.left()))
+        while left_s := until.left():
+            self._handle_next(left_s)
+
+    def _handle_next(self, timeout_s: float) -> None:
+        """Handle a message, if one comes within the time."""
+        poll_ms = int(timeout_s * 1000)
+        if not self._control.socket.poll(poll_ms):
+            if not poll_ms:
+                time.sleep(timeout_s)
+            return
+        identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
+        with contextlib.suppress(msgspec.MsgspecError):  # not from a peer: a silent peer runs into the deadline
+            self._handle(identity, control.unpack_from_rank(frame))
 
     def _watch(self, absent: set[Peer]) -> None:
         try:

@@ -247,6 +247,7 @@ class BroadcastSending:
                 try:
                     work.wait()
                 except RuntimeError as error:
+                    session.explain()
                     gone = session.cancel(error) or session.without(number)
                     raise TransferFailed(
                         f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
