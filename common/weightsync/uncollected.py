@@ -8,10 +8,16 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-_lock: Final = threading.Lock()
-#: How many contexts are entered, in all threads, and whether the collector was on before the first.
-_entered = 0
-_enabled = False
+
+class _Off:
+    """How many contexts are entered, in all threads, and whether the collector was on before the first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.entered, self.before = 0, False
+
+
+_off: Final = _Off()
 
 
 @contextlib.contextmanager
@@ -22,16 +28,15 @@ def uncollected() -> Iterator[None]:
     It is on again once no thread is in such a context: a trainer and several engines may share a process. Not for
     threads beside an engine's loop, which switches the collector itself.
     """
-    global _entered, _enabled
-    with _lock:
-        if not _entered:
-            _enabled = gc.isenabled()
+    with _off.lock:
+        if not _off.entered:
+            _off.before = gc.isenabled()
             gc.disable()
-        _entered += 1
+        _off.entered += 1
     try:
         yield
     finally:
-        with _lock:
-            _entered -= 1
-            if _enabled and not _entered:
+        with _off.lock:
+            _off.entered -= 1
+            if _off.before and not _off.entered:
                 gc.enable()

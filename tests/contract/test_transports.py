@@ -160,7 +160,7 @@ def test_why_a_rank_gave_up_is_said_though_its_broken_connection_is_noticed_firs
     monkeypatch.setattr(control, "FINAL_MESSAGE_S", PATIENCE_S)
     harness.through = broken
     try:
-        with pytest.raises(TransferFailed, match="rank 1 of http://127.0.0.1:8001: no luck"):
+        with pytest.raises(TransferFailed, match=r"rank 1 of http://127\.0\.0\.1:8001: no luck"):
             harness.push(random_tensors(), 512)
     finally:
         harness.close()
