@@ -2,7 +2,8 @@
 
 Usage: python3 tools/versions.py engines         install them (`make env` comes first)
        python3 tools/versions.py frameworks      install TRL's versions, which go before vLLM's environment,
-                                                 other trainers, which go before the trainer's, Ray and verl
+                                                 other trainers and an object store, which go before the
+                                                 trainer's, Ray and verl
        python3 tools/versions.py folder NAME     print where the packages of a framework lie
        python3 tools/versions.py table           write the tables of docs/versions.md from the last results
 """
@@ -47,8 +48,11 @@ RAY_REQUIREMENTS = ROOT / "requirements" / "ray.txt"
 #: verl's version, which goes before Ray.
 VERL = "0.9.1"
 VERL_REQUIREMENTS = ROOT / "requirements" / "verl.txt"
+#: s3fs's version, which goes before the trainer's environment with an object store that speaks S3.
+STORE = "2026.9.0"
+STORE_REQUIREMENTS = ROOT / "requirements" / "store.txt"
 #: The frameworks that lie in a folder of their own.
-FRAMEWORKS = {"trainers": TRAINERS, "ray": RAY, "verl": VERL}
+FRAMEWORKS = {"trainers": TRAINERS, "ray": RAY, "verl": VERL, "store": STORE}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
@@ -119,6 +123,12 @@ def install_verl() -> None:
         _install(folder("verl", VERL), ".venv", *_lines(VERL_REQUIREMENTS))
 
 
+def install_store() -> None:
+    """Install an object store and fsspec's package for it beside the trainer's environment, unless they are there."""
+    if not there("store", STORE):
+        _install(folder("store", STORE), ".venv", *_lines(STORE_REQUIREMENTS))
+
+
 def _lines(requirements: Path) -> list[str]:
     return [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
 
@@ -176,6 +186,7 @@ def main() -> None:
             install_trl(version)
         install_ray()
         install_verl()
+        install_store()
         return install_trainers()
     if asked != "engines":
         sys.exit(__doc__)

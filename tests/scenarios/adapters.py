@@ -1,4 +1,4 @@
-"""The adapters that scenarios push into reference engines, and how these hold them: an answer is the digest of one."""
+"""The adapters that scenarios push, and how reference engines hold them: their answer is the digest of one."""
 
 from __future__ import annotations
 

@@ -143,13 +143,13 @@ class Scenario(Acting):
     @rule(content=drawn.content, faults=drawn.adapter_faults, meanwhile=drawn.meanwhile)
     @step
     def push_adapter(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        if self.world.kind == "reference" and self.built() is not None:
+        if self.built() is not None:
             self.adapted(content, faults, meanwhile)
 
     @rule(faults=drawn.adapter_faults)
     @step
     def rollback_adapter(self, faults: Sequence[Fault | None]) -> None:
-        if self.world.kind == "reference" and self.built() is not None:
+        if self.built() is not None:
             self.adapter_rolled_back(faults)
 
     def rolled_back(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:

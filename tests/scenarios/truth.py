@@ -111,7 +111,7 @@ class Truth:
     def __init__(self, world: World, raised: list[str]):
         self._world, self._raised = world, raised
         self._contents = {FIRST: 0}
-        self._adapters: dict[str, int] = {}
+        self._adapters = {FIRST: 0}
         self._claims: dict[int, Claim] = {}
         #: The last status of each engine, by number; None if it could not be asked.
         self.seen: dict[int, http.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
@@ -201,9 +201,9 @@ class Truth:
             return status, UntrueReport(f"{claim.why}; {engine} is {shown}, not {claim}")
         if not dirty and (label := adapter_of(status)):
             content = self._adapters.get(label)
-            held = adapters.served(engine.url, PATIENCE_S)
-            if content is None or held != self._world.weights.adapter_digests[content]:
-                return status, WrongWeights(f"{engine} has adapter {label!r} of content {content}, and holds {held!r}")
+            held = engine.adapter(self._world.weights, served)
+            if content is None or held != content:
+                return status, WrongWeights(f"{engine} has adapter {label!r} of content {content}, and holds {held}")
         code = requests.get(f"{engine.url}/health", timeout=PATIENCE_S).status_code
         if dirty != (code == 503):
             return status, ServesDirty(f"{engine} is {status.state}, and its /health answers {code}")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.lora.adapters import make_adapter
 from tests.scenarios import adapters
 from tools import models
 from weightsync.engine.drafts import digest_of_both
@@ -113,7 +114,7 @@ class TinyWeights:
 
 
 class RealWeights(TinyWeights):
-    """Contents of a small transformers model, for vLLM and SGLang; their ``digests`` come from the engine."""
+    """Contents of a small transformers model, for vLLM and SGLang; ``digests`` and ``answers`` come from the engine."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
@@ -121,6 +122,13 @@ class RealWeights(TinyWeights):
             models.make_model(self.folder(content), "qwen3", seed=content)
         self._states = [load_file(self.folder(content) / "model.safetensors") for content in range(CONTENTS)]
         self.digests = []
+        #: What the engine answers, by the contents of its weights and its adapter: the logprobs of a few tokens.
+        self.answers: dict[tuple[int, int], list[float]] = {}
+
+    def adapter(self, content: int) -> Path:
+        """The folder of an adapter."""
+        path = self._scratch / f"adapter-{content}"
+        return path if path.exists() else make_adapter(path, self.folder(0), seed=content)
 
     def folder(self, content: int) -> Path:
         """A checkpoint folder, created at the start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import requests
 
+from tests.lora.conftest import OPTIONS
+from tests.scenarios import adapters
 from tests.scenarios.nursery import SITE, Child, Nursery
 from tests.scenarios.pusher import RANKS, Pusher
 from tests.scenarios.suspect import PATIENCE_S, Suspect
@@ -33,6 +36,8 @@ _START_S = 60.0
 _ENDING_S = 2.0
 #: The label of an engine before the first push.
 FIRST = "default"
+#: What real engines are asked, and how far the logprobs of equal weights may be apart.
+_PROMPT, _TOKENS, _TOLERANCE = list(b"Once upon a time"), 3, 2e-3
 #: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
 
@@ -97,6 +102,11 @@ class Engine(Suspect):
             self._child = None
         self.still = 0
 
+    def adapter(self, weights: TinyWeights, content: int | None) -> int | None:
+        """The content of the adapter that it answers with, if its weights have ``content``; None if that of none."""
+        held = adapters.served(self.url, PATIENCE_S)
+        return weights.adapter_digests.index(held) if held in weights.adapter_digests else None
+
     def signal(self, what: int) -> None:
         """Send a signal to all its processes."""
         for pid in self.pids:
@@ -137,7 +147,8 @@ class RealEngine(Engine):
             "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH")]))
         }
         env["FAULT_FILE"] = str(self.fault_file)
-        self._server = servers.start(self._kind, self._weights.folder(0), tp=1, port=self.port, env=env)
+        model, args = self._weights.folder(0), OPTIONS[self._kind]
+        self._server = servers.start(self._kind, model, tp=1, port=self.port, env=env, args=args)
         self._workers = [rank.pid for rank in self.client.open(Deadline(PATIENCE_S)).ranks]
 
     @property
@@ -149,6 +160,20 @@ class RealEngine(Engine):
             return False
         living = {process.pid for process in self._server.processes()}
         return living.issuperset(self._workers)
+
+    def answer(self) -> list[float]:
+        """The logprobs of what it answers with its adapter."""
+        assert self._server is not None
+        return servers.greedy(dataclasses.replace(self._server, adapter=adapters.NAME), _PROMPT, _TOKENS)[1]
+
+    def adapter(self, weights: RealWeights, content: int | None) -> int | None:
+        answer = self.answer()
+        alike = [
+            adapter
+            for (of, adapter), known in weights.answers.items()
+            if of == content and all(abs(a - b) <= _TOLERANCE for a, b in zip(answer, known, strict=True))
+        ]
+        return alike[0] if len(alike) == 1 else None
 
     def kill(self) -> None:
         if self._server is not None:
@@ -165,6 +190,7 @@ class RealEngine(Engine):
         self.client.abort("", Deadline(PATIENCE_S))
         with Sender([self.url], timeout_s=PATIENCE_S) as sender:
             sender.push(self._weights.mapping(0), version=FIRST)
+            sender.push(self._weights.adapter(0), version=FIRST, lora=adapters.NAME)
 
 
 class World:
@@ -202,15 +228,19 @@ class World:
             for engine in self.engines:
                 engine.start()
             if not self.weights.digests:
-                self.weights.digests = [self._digest(content) for content in range(CONTENTS)]
+                self.weights.digests = [self._learn(content) for content in range(CONTENTS)]
         except BaseException:
             self.close()
             raise
 
-    def _digest(self, content: int) -> str:
-        engine = self.engines[0]
+    def _learn(self, content: int) -> str:
+        """Learn what the real engine answers with a content and each adapter; returns its digest."""
+        (engine,) = self.engines
         with Sender([engine.url]) as sender:
             sender.push(self.weights.mapping(content), version=f"content-{content}")
+            for adapter in range(CONTENTS):
+                sender.push(self.weights.adapter(adapter), lora=adapters.NAME)
+                self.weights.answers[content, adapter] = engine.answer()
             return digest_in(sender.status(digest=True)[engine.url])
 
     @property
