@@ -52,6 +52,14 @@ CASES = {
     "checkpoint in INT8": Case(
         "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
     ),
+    # Neither experts nor linear attention are computed in INT8 on a CPU; the attention beside them is.
+    "experts beside INT8": Case(
+        "qwen3_moe", LOADED + "exchanged", {}, 2, 1.0, config=each_channel("int-quantized", "int", ".*mlp")
+    ),
+    "linear attention beside INT8": Case(
+        *("qwen3_next", LOADED + "exchanged", {}, 2, 1.0),
+        config=each_channel("int-quantized", "int", ".*mlp", ".*linear_attn"),
+    ),
 }
 #: `make test` uses one whose weights are copied; those of its servers are exchanged.
 FAST = ("experts that stay",)

@@ -1,6 +1,7 @@
 """An engine that serves a quantised checkpoint, in this process, and what quantising makes of a tensor."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,10 +25,13 @@ def compressed(stored, kind, bits, strategy, **more):
     return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
 
 
-def each_channel(stored, kind):
-    """A configuration for which vLLM has kernels on a CPU: a scale for each row, and for each token."""
+def each_channel(stored, kind, *ignored):
+    """A configuration for which vLLM has kernels on a CPU: a scale for each row, and for each token.
+
+    ``ignored``: regular expressions for layers that are not quantised.
+    """
     tokens = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
-    config = {**compressed(stored, kind, 8, "channel"), "ignore": ["lm_head"]}
+    config = {**compressed(stored, kind, 8, "channel"), "ignore": ["lm_head", *(f"re:{one}" for one in ignored)]}
     config["config_groups"]["group_0"]["input_activations"] = tokens
     return config
 
@@ -70,12 +74,17 @@ def quantised_folder(folder, into, config):
     """The model of a folder as a checkpoint of this configuration, in the folder ``into``."""
     shutil.copytree(folder, into, dirs_exist_ok=True)
     tensors, how = load_file(into / "model.safetensors"), format_of(config)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    ignored = [one.removeprefix("re:") for one in config.get("ignore", ()) if one.startswith("re:")]
+    for name in [name for name in tensors if name.endswith("_proj.weight") and not _matches(ignored, name)]:
         tensors |= made(how, name, tensors[name])
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     told = json.loads((into / "config.json").read_text())
     (into / "config.json").write_text(json.dumps({**told, "quantization_config": config}))
     return into
+
+
+def _matches(patterns, name):
+    return any(re.match(pattern, name.removesuffix(".weight")) for pattern in patterns)
 
 
 class Tensors(nn.Module):
