@@ -21,6 +21,8 @@ from weightsync.tensors.native_copy import Block, Copies, Hashes, Run
 #: Of large pieces so much is copied at a time: few enough bytes that they are still in the cache of a core, source and
 #: target, when they are hashed.
 CHUNK_BYTES: Final = 256 << 10
+#: The same of what is converted, in many steps: in smaller chunks, threads would mostly wait for Python's lock.
+_MADE_BYTES: Final = 4 << 20
 
 
 class Span(NamedTuple):
@@ -177,7 +179,7 @@ def _group(number: int, spans: Sequence[Span]) -> _Group:
 def _part(number: int, span: Span, hashers: MutableMapping[int, Any]) -> _Part:
     hasher = None if span.hashed is None else hashers.setdefault(span.hashed, xxhash.xxh3_64())
     rest = Hashes(span.rest) if span.rest else None
-    size = native_copy.SHARE_BYTES if hasher is None else CHUNK_BYTES
+    size = _MADE_BYTES if span.made is not None else native_copy.SHARE_BYTES if hasher is None else CHUNK_BYTES
     return _Part(number, list(_chunks(span, size)), hasher, span.first, span.last, rest, span.follows)
 
 

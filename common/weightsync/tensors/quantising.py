@@ -17,10 +17,11 @@ from weightsync.tensors.layout import DTYPES
 
 Pieces = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
-#: Pieces of `ELEMENTS` which are made together, one call for each step: few enough to stay in the cache.
-_TOGETHER: Final = 4
+#: Pieces of `ELEMENTS` which are made together, one call for each step: few enough to stay in a cache, and so many
+#: that threads seldom wait for Python's lock.
+_TOGETHER: Final = 32
 #: Elements whose scales are computed together on a CPU, and elsewhere, where that takes as much memory again.
-_AHEAD: Final = 1 << 18
+_AHEAD: Final = 1 << 21
 _AHEAD_ON_DEVICE: Final = 1 << 24
 #: What a dtype is in which a weight would become infinite.
 _OF_SCALES: Final = "of which the engine's checkpoint has the scales"
@@ -52,7 +53,9 @@ class Quantising:
         self._integers = how.weights[0] == "int"
         on_cpu = tensor.device.type == "cpu"
         self._ahead = _AHEAD if on_cpu else _AHEAD_ON_DEVICE
-        self._piece = max(1, (ELEMENTS if on_cpu else _AHEAD_ON_DEVICE) // columns)
+        self._piece = most = max(1, (ELEMENTS if on_cpu else _AHEAD_ON_DEVICE) // columns)
+        #: As many rows, or a few less, of which blocks have a whole number; 0 if there is no such number.
+        self._even = next((rows for rows in range(min(most, self._tall), most // 2, -1) if not self._tall % rows), 0)
         self.restart()
 
     def restart(self) -> None:
@@ -92,6 +95,11 @@ class Quantising:
             row, column = divmod(at, columns)
             group, inside = divmod(row, self._rows)
             band = group * self._down + inside // self._tall
+            bands = min(end - at, (self._rows - inside) * columns) // (self._tall * columns)
+            if self._even and bands and not (column or inside % self._tall):
+                yield from self._bands(row, band, bands, target[at - start :])
+                at += bands * self._tall * columns
+                continue
             self._know(band + 1)
             if column or end - at < columns:
                 rows, length = 1, min(columns - column, end - at)
@@ -105,17 +113,34 @@ class Quantising:
                 source, factors = source.reshape(rows, self._across, self._wide), factors.unsqueeze(2)
             elif self._across > 1:
                 factors = factors.unsqueeze(2).expand(-1, -1, self._wide).flatten(1)[:, part]
-            pieces = torch.split(source, self._piece)
-            by = torch.split(factors, self._piece) if len(factors) > 1 else (factors,) * len(pieces)
+            pieces = torch.unsafe_split(source, self._piece)
+            by = torch.unsafe_split(factors, self._piece) if len(factors) > 1 else (factors,) * len(pieces)
             into = target[at - start :][: rows * length].view(rows, length)
-            yield from zip(pieces, by, torch.split(into, self._piece), strict=True)
+            yield from zip(pieces, by, torch.unsafe_split(into, self._piece), strict=True)
             at += rows * length
+
+    def _bands(
+        self, row: int, band: int, bands: int, target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As `_pieces`, for whole rows of blocks: every call of torch is for all of them."""
+        self._know(band + bands)
+        source = self._source[row : row + bands * self._tall]
+        factors = self._factors[band : band + bands]
+        if self._across > 1:
+            factors = factors.unsqueeze(2).expand(-1, -1, self._wide).flatten(1)[:, : source.shape[1]]
+        times = range(self._tall // self._even)
+        by = (one for one in torch.unsafe_split(factors, 1) for _ in times)
+        rows = source.shape[1] // self._how.packed
+        into = torch.unsafe_split(target[: len(source) * rows].view(-1, rows), self._even)
+        yield from zip(torch.unsafe_split(source, self._even), by, into, strict=True)
 
     def _make(self, source: Pieces, factors: Pieces, target: Pieces) -> None:
         made = self._limited(source, factors)
         if self._integers:
             made = self._as_integers(made, target[0].dtype)
-        torch._foreach_copy_(target, [one.view(into.shape) for one, into in zip(made, target, strict=True)])
+        if self._tall == 1 < self._across:  # they may have been groups
+            made = [one.view(into.shape) for one, into in zip(made, target, strict=True)]
+        torch._foreach_copy_(target, made)
 
     def _limited(self, source: Pieces, factors: Pieces) -> Pieces:
         """The values before they are rounded, within the limits of the format; in float32 if these are integers."""
@@ -165,13 +190,16 @@ class Quantising:
         bits = rows.view(INTEGERS[rows.itemsize][0])
         if self._tall == 1:
             return _magnitudes(bits.reshape(-1, self._across, self._wide), 2).view(rows.dtype)
-        step = max(1, self._ahead // rows.shape[1])
-        bands = torch.stack(
-            [
-                functools.reduce(torch.maximum, (_magnitudes(part, 0) for part in torch.split(band, step)))
-                for band in torch.split(bits, self._tall)
-            ]
-        )
+        if not len(rows) % self._tall and self._tall * rows.shape[1] <= self._ahead:
+            bands = _magnitudes(bits.view(-1, self._tall, rows.shape[1]), 1)
+        else:
+            step = max(1, self._ahead // rows.shape[1])
+            bands = torch.stack(
+                [
+                    functools.reduce(torch.maximum, (_magnitudes(part, 0) for part in torch.split(band, step)))
+                    for band in torch.split(bits, self._tall)
+                ]
+            )
         padded = torch.nn.functional.pad(bands, (0, self._across * self._wide - rows.shape[1]))
         return padded.view(-1, self._across, self._wide).amax(2).view(rows.dtype)
 
@@ -181,5 +209,8 @@ def _magnitudes(bits: torch.Tensor, dimension: int) -> torch.Tensor:
     most = torch.iinfo(bits.dtype).max
     if bits.device.type != "cpu":
         return (bits & most).amax(dimension)
-    # In the calling thread, at the speed of memory.
-    return torch.from_numpy(np.bitwise_and(bits.numpy(), most).max(dimension))
+    # In the calling thread, at the speed of memory. Among numbers with a sign the largest is that of the positive ones,
+    # among those without that of the negative ones, if there are any; else it is the other.
+    signed = bits.numpy()
+    both = signed.max(dimension), signed.view(INTEGERS[bits.itemsize][1]).max(dimension).view(signed.dtype)
+    return torch.from_numpy(np.maximum(*(one & most for one in both)))
