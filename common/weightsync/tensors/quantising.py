@@ -54,7 +54,7 @@ class Quantising:
         on_cpu = tensor.device.type == "cpu"
         self._ahead = _AHEAD if on_cpu else _AHEAD_ON_DEVICE
         self._piece = most = max(1, (ELEMENTS if on_cpu else _AHEAD_ON_DEVICE) // columns)
-        #: As many rows, or a few less, of which blocks have a whole number; 0 if there is no such number.
+        #: About as many rows, of which a block has a whole number; 0 if there is no such number.
         self._even = next((rows for rows in range(min(most, self._tall), most // 2, -1) if not self._tall % rows), 0)
         self.restart()
 
@@ -128,11 +128,9 @@ class Quantising:
         factors = self._factors[band : band + bands]
         if self._across > 1:
             factors = factors.unsqueeze(2).expand(-1, -1, self._wide).flatten(1)[:, : source.shape[1]]
-        times = range(self._tall // self._even)
-        by = (one for one in torch.unsafe_split(factors, 1) for _ in times)
-        rows = source.shape[1] // self._how.packed
-        into = torch.unsafe_split(target[: len(source) * rows].view(-1, rows), self._even)
-        yield from zip(torch.unsafe_split(source, self._even), by, into, strict=True)
+        by = (one for one in torch.unsafe_split(factors, 1) for _ in range(self._tall // self._even))
+        into = target[: source.numel() // self._how.packed].view(len(source), -1)
+        yield from zip(torch.unsafe_split(source, self._even), by, torch.unsafe_split(into, self._even), strict=True)
 
     def _make(self, source: Pieces, factors: Pieces, target: Pieces) -> None:
         made = self._limited(source, factors)
