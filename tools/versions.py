@@ -41,17 +41,13 @@ TRL = {"1.11.0": VERSIONS["vllm"][0], "1.16.0": VERSIONS["vllm"][-1]}
 TRL_REQUIREMENTS = ROOT / "requirements" / "trl.txt"
 #: DeepSpeed's version, and the packages of other trainers, which go before the trainer's environment.
 TRAINERS = "0.19.8"
-TRAINERS_REQUIREMENTS = ROOT / "requirements" / "trainers.txt"
 #: Ray's version, which goes before the trainer's environment and those of the engines.
 RAY = "2.60.0"
-RAY_REQUIREMENTS = ROOT / "requirements" / "ray.txt"
 #: verl's version, which goes before Ray.
 VERL = "0.9.1"
-VERL_REQUIREMENTS = ROOT / "requirements" / "verl.txt"
 #: s3fs's version, which goes before the trainer's environment with an object store that speaks S3.
 STORE = "2026.9.0"
-STORE_REQUIREMENTS = ROOT / "requirements" / "store.txt"
-#: The frameworks that lie in a folder of their own.
+#: What lies in a folder of its own before the trainer's environment; a file of this name in requirements/ pins it.
 FRAMEWORKS = {"trainers": TRAINERS, "ray": RAY, "verl": VERL, "store": STORE}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
@@ -100,33 +96,15 @@ def install_trl(version: str) -> None:
     _install(target, ".venv-vllm", *packages, f"trl=={version}")
 
 
-def install_trainers() -> None:
-    """Install DeepSpeed and other trainers beside the trainer's environment, unless they are there."""
-    if not there("trainers", TRAINERS):
-        _install(folder("trainers", TRAINERS), ".venv", *_lines(TRAINERS_REQUIREMENTS))
-
-
-def install_ray() -> None:
-    """Install Ray beside the other environments, unless it is there."""
-    if not there("ray", RAY):
-        _install(folder("ray", RAY), ".venv", *_lines(RAY_REQUIREMENTS))
+def install_framework(name: str) -> None:
+    """Install one of `FRAMEWORKS` beside the other environments, unless it is there."""
+    if not there(name, FRAMEWORKS[name]):
+        _install(folder(name, FRAMEWORKS[name]), ".venv", *_lines(ROOT / "requirements" / f"{name}.txt"))
 
 
 def verl_packages() -> tuple[Path, ...]:
     """Where verl lies, and Ray, which it runs on."""
     return folder("verl", VERL), folder("ray", RAY)
-
-
-def install_verl() -> None:
-    """Install verl beside the other environments, unless it is there."""
-    if not there("verl", VERL):
-        _install(folder("verl", VERL), ".venv", *_lines(VERL_REQUIREMENTS))
-
-
-def install_store() -> None:
-    """Install an object store and fsspec's package for it beside the trainer's environment, unless they are there."""
-    if not there("store", STORE):
-        _install(folder("store", STORE), ".venv", *_lines(STORE_REQUIREMENTS))
 
 
 def _lines(requirements: Path) -> list[str]:
@@ -184,10 +162,9 @@ def main() -> None:
     if asked == "frameworks":
         for version in TRL:
             install_trl(version)
-        install_ray()
-        install_verl()
-        install_store()
-        return install_trainers()
+        for name in FRAMEWORKS:
+            install_framework(name)
+        return None
     if asked != "engines":
         sys.exit(__doc__)
     for engine, versions in VERSIONS.items():

@@ -26,7 +26,7 @@ def uncollected() -> Iterator[None]:
 
     One collection may read every object of the process, for which an engine or a trainer stands still: 0.2 s and more.
     It is on again once no thread is in such a context: a trainer and several engines may share a process. Not for
-    threads beside an engine's loop, which switches the collector itself.
+    work in slices, whose collector is off anyway: between two slices it would stay off.
     """
     with _off.lock:
         if not _off.entered:

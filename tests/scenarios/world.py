@@ -103,7 +103,7 @@ class Engine(Suspect):
         self.still = 0
 
     def adapter(self, weights: TinyWeights, content: int | None) -> int | None:
-        """The content of the adapter that it answers with, if its weights have ``content``; None if that of none."""
+        """The content of the adapter that it answers with, beside weights of ``content``; None if it is none."""
         held = adapters.served(self.url, PATIENCE_S)
         return weights.adapter_digests.index(held) if held in weights.adapter_digests else None
 

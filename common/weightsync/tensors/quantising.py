@@ -95,42 +95,31 @@ class Quantising:
             row, column = divmod(at, columns)
             group, inside = divmod(row, self._rows)
             band = group * self._down + inside // self._tall
-            bands = min(end - at, (self._rows - inside) * columns) // (self._tall * columns)
-            if self._even and bands and not (column or inside % self._tall):
-                yield from self._bands(row, band, bands, target[at - start :])
-                at += bands * self._tall * columns
-                continue
-            self._know(band + 1)
-            if column or end - at < columns:
+            whole, piece = min(end - at, (self._rows - inside) * columns) // (self._tall * columns), self._piece
+            if self._tall == 1 or not self._even or column or inside % self._tall:
+                whole = 0
+            self._know(band + max(1, whole))
+            if whole:  # rows of blocks: each call of torch is for all of them
+                rows, length, piece = whole * self._tall, columns, self._even
+            elif column or end - at < columns:
                 rows, length = 1, min(columns - column, end - at)
             else:
                 left = self._known - row if self._tall == 1 else self._tall - inside % self._tall
                 rows, length = min((end - at) // columns, left, self._rows - inside), columns
             part = slice(column * packed, (column + length) * packed)
             source = self._source[row : row + rows, part]
-            factors = self._factors[row : row + rows] if self._tall == 1 else self._factors[band : band + 1]
+            factors = self._factors[row : row + rows] if self._tall == 1 else self._factors[band : band + max(1, whole)]
             if self._tall == 1 < self._across and length == columns:
                 source, factors = source.reshape(rows, self._across, self._wide), factors.unsqueeze(2)
             elif self._across > 1:
                 factors = factors.unsqueeze(2).expand(-1, -1, self._wide).flatten(1)[:, part]
-            pieces = torch.unsafe_split(source, self._piece)
-            by = torch.unsafe_split(factors, self._piece) if len(factors) > 1 else (factors,) * len(pieces)
+            pieces = torch.unsafe_split(source, piece)
+            # Those of a row of blocks share its factors.
+            by = torch.unsafe_split(factors, piece if self._tall == 1 else 1)
+            shared = (one for one in by for _ in range(len(pieces) // len(by)))
             into = target[at - start :][: rows * length].view(rows, length)
-            yield from zip(pieces, by, torch.unsafe_split(into, self._piece), strict=True)
+            yield from zip(pieces, shared, torch.unsafe_split(into, piece), strict=True)
             at += rows * length
-
-    def _bands(
-        self, row: int, band: int, bands: int, target: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """As `_pieces`, for whole rows of blocks: every call of torch is for all of them."""
-        self._know(band + bands)
-        source = self._source[row : row + bands * self._tall]
-        factors = self._factors[band : band + bands]
-        if self._across > 1:
-            factors = factors.unsqueeze(2).expand(-1, -1, self._wide).flatten(1)[:, : source.shape[1]]
-        by = (one for one in torch.unsafe_split(factors, 1) for _ in range(self._tall // self._even))
-        into = target[: source.numel() // self._how.packed].view(len(source), -1)
-        yield from zip(torch.unsafe_split(source, self._even), by, torch.unsafe_split(into, self._even), strict=True)
 
     def _make(self, source: Pieces, factors: Pieces, target: Pieces) -> None:
         made = self._limited(source, factors)

@@ -87,8 +87,8 @@ TORCH: Final = (
 #: A collection of garbage reads every object of the process, which takes longer than a slice: there is none within one.
 _COLLECT: Final = Setting(lambda: gc.collect, functools.partial(setattr, gc, "collect"))
 
-#: Held in a slice: a process may have several engines, each with a loop, and what one sets for the process in its slice
-#: must not be taken by another for what was set before.
+#: Held in a slice. A process may have several engines, each with a loop of its own: without it, one would take what
+#: another has set for its slice for what the process had before.
 _in_slice: Final = threading.Lock()
 
 
