@@ -57,16 +57,18 @@ then = st.one_of(st.none(), content)
 class Push(NamedTuple):
     """A push and its faults. ``then`` is the content with which the trainer continues at once, if it does.
 
-    After a push that failed, the trainer pushes ``then`` to the engines that did not fail.
+    After a push that failed, the trainer pushes ``then`` to the engines that did not fail. ``adapter`` is that of an
+    adapter that it pushes after a push that did not fail, if it does.
     """
 
     content: int
     faults: tuple[Fault | None, ...]
     meanwhile: list[tuple[str, int]]
     then: int | None
+    adapter: int | None
 
 
-pushes = st.builds(Push, content, faults, meanwhile, then)
+pushes = st.builds(Push, content, faults, meanwhile, then, adapter=st.one_of(st.none(), content))
 kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
 #: The same as ``meanwhile`` for a push of another process, which may be killed itself.
 beside_others = st.lists(

@@ -82,6 +82,9 @@ class Scenario(Acting):
         if self.built() is None:
             return
         outcome = self.push_of(model, push.content, push.faults, push.meanwhile)
+        if outcome.result is not None and push.adapter is not None:
+            self.truth.check()
+            self.adapted(push.adapter, (), ())
         if push.then is None:
             return
         if outcome.result is not None:
