@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -161,9 +162,7 @@ def test_status_tells_of_a_draft(drafted, capsys):
     assert "draft model" in capsys.readouterr().out
 
 
-@pytest.fixture(
-    scope="module", params=[("mimo", 1), ("mimo", 2), ("qwen3_next", 1), ("qwen3_next", 2)], ids="{0[0]}-tp{0[1]}".format
-)
+@pytest.fixture(scope="module", params=list(product(bigrams.MTP, (1, 2))), ids="{0[0]}-tp{0[1]}".format)
 def predicting(request, tmp_path_factory):
     """With a layer for multi-token prediction."""
     (kind, tp), root = request.param, tmp_path_factory.mktemp("bigrams")
