@@ -14,8 +14,8 @@ from tools import models, servers
 
 #: As on a GPU, where weights stay at their addresses.
 STAY = {"worker_extension_cls": "tests.in_process.staying_extension.StayingExtension"}
-#: With a kernel for block FP8 on any CPU.
-BLOCKS = {"worker_extension_cls": "tests.in_process.blocks_extension.BlocksExtension"}
+#: With kernels for FP8 on any CPU.
+FP8 = {"worker_extension_cls": "tests.in_process.fp8_extension.Fp8Extension"}
 LOADED = "into a standby, by the engine's own loader, and "
 
 
@@ -40,14 +40,16 @@ CASES = {
     # vLLM keeps two more parameters for it, which it computes of one that the checkpoint has.
     "latent attention": Case("deepseek_v2", LOADED + "exchanged", {}, ranks=2),
     "latent attention that stays": Case("deepseek_v2", LOADED + "copied", STAY, ranks=2),
+    # vLLM quantises with scales that fit all ranks, which ask each other for them.
     "adapters, quantised": Case(
-        "llama", LOADED + "exchanged", {"enable_lora": True, "quantization": "fp8_per_channel"}, rounding=1.0
+        *("llama", LOADED + "exchanged", {"enable_lora": True, "quantization": "fp8_per_channel"}, 2, 1.0)
     ),
+    "quantised with one scale": Case("llama", LOADED + "exchanged", {**FP8, "quantization": "fp8"}, 2, 1.0),
     "checkpoint in FP8": Case(
         "llama", LOADED + "exchanged", {}, rounding=1.0, config=each_channel("float-quantized", "float")
     ),
     "checkpoint in blocks of FP8": Case(
-        "llama", LOADED + "exchanged", BLOCKS, ranks=2, rounding=1.0, config={**FINE, "weight_block_size": [32, 32]}
+        "llama", LOADED + "exchanged", FP8, ranks=2, rounding=1.0, config={**FINE, "weight_block_size": [32, 32]}
     ),
     "checkpoint in INT8": Case(
         "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")

@@ -312,7 +312,8 @@ class Receiver:
             else:
                 assert what.incoming is not None
                 self._loading.standby.pass_by(what.subset.layout)
-                self._loading.adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
+                with self._loading.standby.together.loads(what.request.push):
+                    self._loading.adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
                 arenas.synchronize(self._adapter.device)
             if deep and isinstance(what, Staged) and (names := self._loading.adapter.differing(what.tensors())):
                 raise DigestMismatch(

@@ -52,6 +52,11 @@ def stop_if_over() -> None:
         sliced.stop_if_over()
 
 
+def within() -> bool:
+    """Whether this thread does work in slices."""
+    return getattr(_here, "sliced", None) is not None
+
+
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
     """For something that uses nothing of the engine's: if its slice ends meanwhile, it goes on beside the engine.

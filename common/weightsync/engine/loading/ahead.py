@@ -74,7 +74,7 @@ class Ahead:
                 yield entry.spec.name, _zeros(entry, device)
 
         def begin() -> str | None:
-            return self._standby.begin_to_load(layout, zeros, lambda model: None)
+            return self._standby.begin_to_load(asked.name, layout, zeros, lambda model: None)
 
         self._standby.make(asked.name, begin, asked.timeout_s)
 

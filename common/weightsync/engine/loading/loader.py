@@ -347,7 +347,8 @@ class Loading:
 
     def _load_by_engine(self, staged: Staged) -> None:
         """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
-        self.adapter.load(self._weights(staged))
+        with self.standby.together.loads(staged.push):
+            self.adapter.load(self._weights(staged))
         if not isinstance(hooks := self.adapter.loader_hooks(), str):
             self._check_adopted(staged, hooks.model)
 

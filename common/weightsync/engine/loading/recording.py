@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from weightsync.engine.adapter import LoaderHooks
+from weightsync.engine.exchange.together import alone
 from weightsync.engine.loading.fake_tensor import (
     COPIES,
     RESHAPES,
@@ -56,7 +57,7 @@ def record(
     for _ in range(_ATTEMPTS):
         recorder, failed = _Recorder(Recording(memory, unfollowed=dict(unfollowed))), None
         try:
-            with torch.inference_mode(False), torch.no_grad(), recorder:
+            with torch.inference_mode(False), torch.no_grad(), alone(), recorder:
                 loader_hooks.load(recorder.feed([spec for spec in specs if spec.name not in unfollowed], device))
         except Exception as error:
             failed = error

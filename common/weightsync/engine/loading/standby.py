@@ -23,6 +23,7 @@ from weightsync.engine.exchange import slices
 from weightsync.engine.exchange.pairs import Rules, Unlike, lacks_memory
 from weightsync.engine.exchange.slices import Sliced, Steps, Unfinished
 from weightsync.engine.exchange.swap import Swap
+from weightsync.engine.exchange.together import Together
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
@@ -51,6 +52,8 @@ class Standby:
 
     def __init__(self, adapter: Adapter, complete: Complete):
         self._adapter, self._complete = adapter, complete
+        self.together = Together()
+        """What the engine's loader asks of all ranks."""
         #: Of all tensors that were ever loaded.
         self._names: set[str] = set()
         self._noted: Layout | None = None
@@ -114,7 +117,7 @@ class Standby:
         Raises `Unfinished` until they are loaded, or why they cannot be. Returns at once if the engine is to load them
         in the pause, see `why`; that is so if half of ``timeout_s`` has passed.
         """
-        self._advance(push, lambda: self.begin_to_load(layout, weights, check), timeout_s)
+        self._advance(push, lambda: self.begin_to_load(push, layout, weights, check), timeout_s)
 
     def fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, timeout_s: float = math.inf) -> None:
         """As `load`, by ``plan``, which fits the served model."""
@@ -226,11 +229,13 @@ class Standby:
 
     def begin_to_load(
         self,
+        name: str,
         layout: Layout,
         weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         check: Callable[[torch.nn.Module], None],
     ) -> str | None:
-        """Begin to `load`, or to `make` a model so; why not, or an empty text, if the engine is to load its own way."""
+        """Begin to `load` the push ``name``, or to `make` a model by that name; why not, or an empty text, if the
+        engine is to load its own way."""
         sealed = self._adapter.loader_hooks()
         hooks = "" if isinstance(sealed, str) else sealed.standby()
         if isinstance(hooks, str):
@@ -244,7 +249,7 @@ class Standby:
             return lack
 
         def work() -> Made:
-            return loaded(hooks, model, weights, check, self._adapter.device)
+            return loaded(hooks, model, weights, check, self._adapter.device, self.together.loads(name))
 
         self._hooks, self._set, self._around = hooks, None, nullcontext
         # Also if the push is called off: its tensors may be in the standby by then.

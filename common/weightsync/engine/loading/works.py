@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -27,15 +27,18 @@ def loaded(
     weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     check: Callable[[torch.nn.Module], None],
     device: torch.device,
+    together: AbstractContextManager[object],
 ) -> Made:
     """Load ``weights`` into ``model``, or make a second model of them; ``check`` may refuse it. In a thread of its own.
 
-    Raises what the engine or ``check`` raises, and `Unlike`.
+    ``together`` is the context of what the engine's loader asks of all ranks. Raises what the engine or ``check``
+    raises, and `Unlike`.
     """
     with arenas.selected(device):
-        found = hooks.make(weights()) if model is None else model
-        if model is not None:
-            hooks.load(model, weights())
+        with together:
+            found = hooks.make(weights()) if model is None else model
+            if model is not None:
+                hooks.load(model, weights())
         check(found)
         paired = Copied if hooks.stays else Pairs
         pairs = compared(lambda: paired(hooks.model, found, hooks.rules))
