@@ -41,6 +41,7 @@ check-all:  ## all there is to check, which takes hours
 	$(MAKE) scenarios STEPS=500 ENGINE=sglang
 	$(MAKE) faults ROUNDS=100
 	$(MAKE) faults ENGINE=vllm ARGS=--stays
+	$(MAKE) faults ENGINE=vllm ARGS=--quantised
 	$(MAKE) faults ENGINE=drafts
 	$(MAKE) faults ENGINE=reference ARGS=--adapters
 	$(MAKE) faults ENGINE=reference ARGS=--changes

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stays", action="store_true", help="vLLM alone, whose weights stay where they are")
+    parser.add_argument("--quantised", action="store_true", help="vLLM alone, which quantises what it loads")
     parser.add_argument("--adapters", action="store_true", help="pushes of an adapter; those of weights by default")
     parser.add_argument("--changes", action="store_true", help="pushes of what has changed; of everything by default")
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
@@ -51,12 +52,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ws-") as scratch:
         os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
         print(ROW.format("fault", "engine", "by", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
-        for engine in ["vllm"] if asked.stays else asked.engine or ["vllm", "sglang"]:
+        for engine in ["vllm"] if asked.stays or asked.quantised else asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
             if asked.results and not asked.only:  # only complete results are written
-                kind = f"{engine}{'-stays' * asked.stays}{'-adapters' * asked.adapters}{'-changes' * asked.changes}"
-                _keep(asked.results / f"faults-{kind}.json", found, asked)
+                kinds = [kind for kind in ("stays", "quantised", "adapters", "changes") if getattr(asked, kind)]
+                _keep(asked.results / f"faults-{'-'.join([engine, *kinds])}.json", found, asked)
     return _summary(outcomes)
 
 
@@ -68,8 +69,9 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
     scratch.mkdir()
     reference = engine in ("reference", "drafts")
     tp = 1 if reference else asked.tp
-    lora, changes = "policy" if asked.adapters else "", asked.changes
-    harness = Harness(engine, tp, scratch, stays=asked.stays, lora=lora, changes=changes)
+    changes, lora = asked.changes, "policy" if asked.adapters else ""
+    kinds = {"stays": asked.stays, "quantised": asked.quantised, "lora": lora, "changes": changes}
+    harness = Harness(engine, tp, scratch, **kinds)
     try:
         harness.prove()
         specs = (

@@ -128,16 +128,24 @@ class Asker:
 class Harness:
     """One engine under test: vllm, sglang or reference, or drafts, the reference engine with a draft model.
 
-    ``stays`` is for vLLM alone, as on a GPU.
+    ``stays`` is for vLLM alone, as on a GPU, and so is ``quantised``: it quantises what it loads.
 
     With ``lora``, a name, the versions that are pushed are of an adapter of this name, and the weights stay. With
     ``changes`` the two versions differ in a few elements, and only these cross.
     """
 
     def __init__(
-        self, engine: str, tp: int, scratch: Path, *, stays: bool = False, lora: str = "", changes: bool = False
+        self,
+        engine: str,
+        tp: int,
+        scratch: Path,
+        *,
+        stays: bool = False,
+        quantised: bool = False,
+        lora: str = "",
+        changes: bool = False,
     ):
-        self.engine, self.tp, self._scratch, self._stays, self.lora = engine, tp, scratch, stays, lora
+        self.engine, self.tp, self._scratch, self.lora = engine, tp, scratch, lora
         self.fault_file = scratch / "fault.json"
         self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
         self.base, self.changes = self.folders["A"], changes
@@ -154,6 +162,9 @@ class Harness:
                 name: models.make_model(scratch / f"draft-{name}", "qwen3", seed=seed) for seed, name in seeds
             }
         self._args = ["--draft", str(self.drafts["A"])] if self.drafts else []
+        self._options = ["--worker-extension-cls", "copied_extension.Staying"] if stays else []
+        self._options += ["--quantization", "fp8_per_channel"] if quantised else []
+        self._options += OPTIONS[engine] if lora and not self.is_reference else []
         self.port = servers.free_port()
         self.bystander = ReferenceEngine(self.base, args=self._args).__enter__()
         self.restarts = 0
@@ -189,9 +200,8 @@ class Harness:
             self.url = self._server.url
         else:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
-            args = ["--worker-extension-cls", "copied_extension.Staying"] if self._stays else []
-            args += OPTIONS[self.engine] if self.lora else []
-            self._server = servers.start(self.engine, self.base, tp=self.tp, port=self.port, args=args, env=env)
+            options = {"tp": self.tp, "port": self.port, "args": self._options, "env": env}
+            self._server = servers.start(self.engine, self.base, **options)
             self._server.adapter = self.lora
             self.url = self._server.url
         self.client = EngineClient(self.url, engine_token())

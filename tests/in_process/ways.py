@@ -6,8 +6,10 @@ It starts from the folder STARTED, which has the model of the folder A. Prints w
 import json
 import sys
 
+from safetensors.torch import load_file
 from vllm import LLM
 
+from tests.helpers import changed, keen
 from tests.in_process.doors import NEW_TOKENS, PROMPT, Llm
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
@@ -57,6 +59,17 @@ def main(started, a, b, options):
         seen("kept", lambda: sender.push(a, version="kept"))
         seen("deep", lambda: sender.push(b, version="deep"))
         seen("back", sender.rollback)
+    few = []
+
+    def change_few():
+        weights = load_file(f"{b}/model.safetensors")
+        near = {name: tensor.clone() for name, tensor in weights.items()}
+        with Sender([door.engine], transport="nixl") as sender, keen():
+            for state in (changed(near, 1), weights):
+                few.append(sender.push(state, version="few").delta is not None)
+
+    seen("few", change_few)
+    assert few == [False, True], few
     door.close()
     print(json.dumps(found))
 

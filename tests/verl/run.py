@@ -5,7 +5,7 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from tests.ray.run import main, reference
+from tests.ray.run import in_environment_of, main, reference
 from tests.verl import workers
 from tools import versions
 
@@ -87,6 +87,26 @@ def into_servers(before, after):
     return seen
 
 
+def into_vllm(before, after):
+    """Updates of a server with vLLM's own engine, and of one beside it."""
+    run = Run("weightsync")
+    one, two = run.rollout.workers
+    vllm = {"runtime_env": in_environment_of("vllm")}
+    servers = [
+        workers.named(workers.VllmServer, "vllm_server_0_0", [one], before, **vllm),
+        workers.named(workers.Server, "vllm_server_1_0", [two], before),
+    ]
+    run.serve(*servers)
+    seen = {"answers": [generated(servers[0])], "other": [generated(servers[1])]}
+    for step, folder in enumerate((after, before, after), 1):
+        run.update(folder, step)
+        seen["answers"].append(generated(servers[0]))
+        seen["other"].append(generated(servers[1]))
+    seen["incomplete"] = run.fails(before, 4, without="model.norm.weight")
+    seen["unchanged"] = [generated(server) for server in servers]
+    return {**seen, "fresh": [reference(before), reference(after)]}
+
+
 def refused(before, after):
     """Servers that cannot be pushed into."""
     run = Run("weightsync")
@@ -122,7 +142,7 @@ def transfer(before, after):
     return seen
 
 
-PARTS = {part.__name__: part for part in (into_servers, refused, transfer)}
+PARTS = {part.__name__: part for part in (into_servers, into_vllm, refused, transfer)}
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import subprocess
 
 import pytest
 
+from tests.engines.conftest import BF16_ROUNDING, apart
+from tests.in_process import doors
 from tests.ray.test_ray import ENVIRONMENT
 from tests.trainers import running
-from tools import servers, versions
+from tools import models, servers, versions
 
 pytestmark = pytest.mark.frameworks
 
@@ -56,6 +58,18 @@ def test_servers_commit_what_verl_exports_or_nothing(folders):
     assert seen["one left"] == [after, before]
     assert "EngineUnreachable" in seen["dead"]
     assert seen["other"] == after
+
+
+def test_a_server_with_vllms_own_engine_commits_what_verl_exports_or_nothing(folders):
+    seen = run("into_vllm", folders)
+    before, after = seen["fresh"]
+    assert seen["other"] == [before, after, before, after]
+    assert "ManifestMismatch" in seen["incomplete"]
+    assert seen["unchanged"] == [seen["answers"][-1], after]
+    served = [models.load_reference(folder) for folder in folders]
+    for number, (tokens, logprobs) in enumerate(seen["answers"]):
+        wanted = models.reference_logprobs(served[number % 2], [*doors.PROMPT, *tokens], len(doors.PROMPT))
+        assert apart(logprobs, wanted) <= BF16_ROUNDING
 
 
 @pytest.mark.parametrize("version", [versions.VERSIONS["vllm"][0], versions.VERSIONS["vllm"][-1]])

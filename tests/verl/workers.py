@@ -13,6 +13,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
+from tests.in_process import doors
 from tools import models
 from weightsync.testing import ReferenceInProcess
 
@@ -135,6 +136,19 @@ class Server:
         pass
 
 
+class VllmServer(Server):
+    """The same with vLLM's own engine."""
+
+    def __init__(self, workers, folder):
+        self.workers, self.node_rank, self.paused = workers, 0, False
+        self.config = types.SimpleNamespace(free_cache_engine=False)
+        self._door = doors.AsyncLlm(folder)
+        self.engine = self._door.engine
+
+    async def generate(self):
+        return await asyncio.to_thread(self._door.generate, doors.PROMPT, doors.NEW_TOKENS)
+
+
 class OtherServer(Server):
     """The same without an engine in the actor, as SGLang's is."""
 
@@ -154,6 +168,6 @@ class Replica(RolloutReplica):
         raise NotImplementedError
 
 
-def named(kind, name, *arguments):
+def named(kind, name, *arguments, **options):
     """An actor with a name, as verl's servers have."""
-    return ray.remote(num_cpus=0)(kind).options(name=name).remote(*arguments)
+    return ray.remote(num_cpus=0, **options)(kind).options(name=name).remote(*arguments)
