@@ -110,7 +110,7 @@ def engines(nodes, folders):
     return ["a", "b"]
 
 
-@pytest.fixture(params=["nixl", "nccl"])
+@pytest.fixture(params=["nixl", "nccl", "rdt"])
 def transport(request):
     return request.param
 
