@@ -1,5 +1,6 @@
 """One rank of two whose loader asks both, for `test_together`; prints what it saw, as JSON."""
 
+import functools
 import json
 import sys
 
@@ -32,9 +33,13 @@ def asked(context, what):
     try:
         with context:
             what()
-    except (NotImplementedError, TimeoutError) as error:
+    except (NotImplementedError, RuntimeError, TimeoutError) as error:
         return str(error)
     return ""
+
+
+def fail(_):
+    raise RuntimeError("no luck")
 
 
 def main(rank, address):
@@ -64,6 +69,8 @@ def main(rank, address):
         most = distributed.ReduceOp.MAX
         seen["left alone"] = asked(ranks.loads("second"), lambda: distributed.all_reduce(one, op=most))
         seen["forgotten"] = not ranks._store.check([f"weightsync/first/0-1/1/{rank}"])
+    distributed.barrier()
+    seen["failed"] = asked(ranks.loads("third"), functools.partial(fail if rank else loaded, 1))
     distributed.barrier()
     print(json.dumps(seen), flush=True)
 

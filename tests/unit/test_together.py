@@ -50,6 +50,11 @@ def test_a_rank_does_not_wait_for_ever_in_a_pause(seen):
     assert seen[0]["left alone"].startswith("ranks [1] did not come")
 
 
+def test_a_rank_hears_why_another_failed(seen):
+    said = "another rank failed in this load: rank 1: RuntimeError: no luck"
+    assert [one["failed"] for one in seen] == [said, "no luck"]
+
+
 def test_what_was_written_is_kept_for_one_load(seen):
     assert [one["kept"] for one in seen] == [True, True]
     assert seen[0]["forgotten"]

@@ -36,12 +36,16 @@ _COLLECTIVES: Final = frozenset(
 )
 
 
+class _OtherFailed(RuntimeError):
+    """Another rank failed in the same load."""
+
+
 class Together:
     """Of one rank and its loads. A load has a name that all ranks have for it, and asks the same in the same order."""
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._name, self._asked = "", 0
+        self._name, self._asked, self._failed = "", 0, ""
         #: What this rank wrote for the load ``_name``; kept until the next load, by when all have read it.
         self._written: list[str] = []
 
@@ -55,14 +59,26 @@ class Together:
             for key in self._written:
                 self._store.delete_key(key)
             self._name, self._written = name, []
-        self._asked = 0
-        with _Collectives(self):
-            yield
+        # A rank whose load failed in slices may load the same in the pause.
+        self._asked, self._failed = 0, f"weightsync/{name}/failed-{'in-slices' if slices.within() else 'in-a-pause'}"
+        try:
+            with _Collectives(self):
+                yield
+        except _OtherFailed:
+            raise
+        except Exception as error:
+            if self._store is not None:  # else the loader may be one that asks nothing
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    self._write(
+                        self._failed, f"rank {distributed.get_rank()}: {type(error).__name__}: {error}".encode()
+                    )
+            raise
 
     def reduce(
         self, tensor: torch.Tensor, op: Any = distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> None:
-        """As `torch.distributed.all_reduce`. Raises `TimeoutError` if a rank does not come in a pause."""
+        """As `torch.distributed.all_reduce`. Raises `_OtherFailed`, and `TimeoutError` if a rank does not come in a
+        pause."""
         if async_op or op not in (distributed.ReduceOp.MAX, distributed.ReduceOp.MIN):
             raise _refused(f"all_reduce with {op}")
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
@@ -74,21 +90,26 @@ class Together:
 
     def _exchanged(self, where: str, tensor: torch.Tensor, ranks: list[int]) -> list[torch.Tensor]:
         """The part of every rank, on the host."""
-        if self._store is None:  # a connection of its own: whoever waits for a store blocks its users
-            store: Any = distributed_c10d._get_default_store()
-            self._store = store.clone()
         own = tensor.detach().cpu().contiguous()
-        self._store.set(f"{where}/{distributed.get_rank()}", own.view(torch.uint8).numpy().tobytes())
-        self._written.append(f"{where}/{distributed.get_rank()}")
+        self._write(f"{where}/{distributed.get_rank()}", own.view(torch.uint8).numpy().tobytes())
         keys, end = [f"{where}/{rank}" for rank in ranks], time.monotonic() + _PATIENCE_S
         while not self._store.check(keys):
             slices.stop_if_over()
+            if self._store.check([self._failed]):
+                raise _OtherFailed(f"another rank failed in this load: {self._store.get(self._failed).decode()}")
             if time.monotonic() > end and not slices.within():
                 missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
                 raise TimeoutError(f"ranks {missing} did not come to this layer within {_PATIENCE_S:g} s")
             time.sleep(_LOOK_S)
         found = [numpy.frombuffer(self._store.get(key), dtype=numpy.uint8).copy() for key in keys]
         return [torch.from_numpy(one).view(own.dtype).view(own.shape) for one in found]
+
+    def _write(self, key: str, value: bytes) -> None:
+        if self._store is None:  # a connection of its own: whoever waits for a store blocks its users
+            store: Any = distributed_c10d._get_default_store()
+            self._store = store.clone()
+        self._store.set(key, value)
+        self._written.append(key)
 
 
 def alone() -> TorchFunctionMode:
