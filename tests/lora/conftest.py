@@ -62,13 +62,15 @@ class Served:
         return said, [self.ask(name) for name in ("base", "policy") if name == "base" or name in said[3]]
 
 
+#: With an adapter of all layers of a model without experts.
+OF_SGLANG = pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow)
 #: One of them is in `make test`. On a CPU vLLM serves no experts beside adapters: its experts then need Triton. Its
 #: hybrid models have experts, or need Triton or torchvision themselves.
 SERVERS = [
     ("vllm", "llama", 1),
     pytest.param(("vllm", "qwen3", 2), marks=pytest.mark.slow),
     pytest.param(("sglang", "qwen3", 1), marks=pytest.mark.slow),
-    pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow),
+    OF_SGLANG,
     pytest.param(("sglang", "qwen3_moe", 1), marks=pytest.mark.slow),
 ]
 

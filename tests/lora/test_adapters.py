@@ -374,7 +374,7 @@ def test_tensors_are_those_of_the_push(served, sender, tmp_path):
     as_a = served.ask("policy")
 
     def one(tensors):
-        name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+        name = "base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"
         return {**tensors, name: torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(9))}
 
     sender.push(make_adapter(tmp_path / "one", served.base, seed=1, change=one), lora="policy")

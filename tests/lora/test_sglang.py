@@ -5,10 +5,10 @@ import requests
 
 from tests.engines.conftest import assert_same, differ
 from tests.lora.adapters import make_adapter
-from tests.lora.conftest import SERVERS, SGLANG_MOST
+from tests.lora.conftest import OF_SGLANG, SGLANG_MOST
 from weightsync import errors
 
-pytestmark = pytest.mark.parametrize("served", SERVERS[-1:], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("served", [OF_SGLANG], indirect=True, ids=str)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",), ("o_proj", "down_proj")], ids="-".join)
