@@ -18,6 +18,7 @@ from tools import models
 Kind = Literal["mimo", "qwen3_next"]
 #: By kind, how the names of the layer for multi-token prediction begin.
 MTP: dict[Kind, str] = {"mimo": "model.mtp_layers.0.", "qwen3_next": "mtp."}
+_ZERO, _ONE = torch.zeros(128, 128, dtype=torch.bfloat16), torch.eye(128, dtype=torch.bfloat16)
 #: Layers that add to the embedding, which here they do not.
 _ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
@@ -52,25 +53,23 @@ def make(path, seed, kind: Kind = "mimo"):
 
 
 def _mimo(weights, norm):
-    zero, one = torch.zeros(128, 128, dtype=torch.bfloat16), torch.eye(128, dtype=torch.bfloat16)
     return {
         **_layer(weights, 0),
         "token_layernorm.weight": torch.ones(128, dtype=torch.bfloat16),
         "hidden_layernorm.weight": torch.ones(128, dtype=torch.bfloat16),
-        "input_proj.weight": torch.cat([zero, one], 1),  # of the hidden state and the embedding, this one
+        "input_proj.weight": torch.cat([_ZERO, _ONE], 1),  # of the hidden state and the embedding, this one
         "final_layernorm.weight": norm,
     }
 
 
 def _qwen3_next(weights, norm):
-    zero, one = torch.zeros(128, 128, dtype=torch.bfloat16), torch.eye(128, dtype=torch.bfloat16)
     last = max(int(name.split(".")[2]) for name in weights if ".layers." in name)  # with full attention, as is drafted
     return {
         **{f"layers.0.{name}": tensor for name, tensor in _layer(weights, last).items()},
         # These norms multiply by one more than their weight.
         "pre_fc_norm_embedding.weight": torch.zeros(128, dtype=torch.bfloat16),
         "pre_fc_norm_hidden.weight": torch.zeros(128, dtype=torch.bfloat16),
-        "fc.weight": torch.cat([one, zero], 1),  # of the embedding and the hidden state, the first
+        "fc.weight": torch.cat([_ONE, _ZERO], 1),  # of the embedding and the hidden state, the first
         "norm.weight": norm,
     }
 
