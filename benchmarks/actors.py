@@ -108,6 +108,7 @@ def main() -> int:
     print(f"{'':8} {'  '.join(f'{name:24}' for name in (ACTOR, SERVER))}")
     folder = str(model_folder(SIZE))
     os.environ.setdefault("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
+    os.environ.update(RAY_worker_niceness="0")  # Ray's is 15: the server would get the cores first
     with local_ray(PACKAGES, num_cpus=2), ReferenceEngine(folder) as server:
         held = remote(actors.HeldByCoroutines, folder, **THREADS)
         trainer = remote(Trainer, folder, {ACTOR: held, SERVER: server.url}, **THREADS)

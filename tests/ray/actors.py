@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 
 from tests.in_process import doors
@@ -32,6 +33,28 @@ class HeldByCoroutines(Held):
 
     async def generate(self):
         return await asyncio.to_thread(super().generate)
+
+
+class CommitsWhenLet(HeldByCoroutines):
+    """The same, with commits that wait until they are let go."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._asked, self._let = threading.Event(), threading.Event()
+        commit = self.engine.front.commit
+
+        async def waits(*arguments):
+            self._asked.set()
+            await asyncio.to_thread(self._let.wait)
+            return await commit(*arguments)
+
+        self.engine.front.commit = waits
+
+    def is_asked(self):
+        return self._asked.is_set()
+
+    def let(self):
+        self._let.set()
 
 
 class Doors:

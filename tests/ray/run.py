@@ -118,6 +118,20 @@ def refused(before, after):
     return seen
 
 
+def beside(before, after):
+    """The calls of an actor with coroutines while its engine is asked to commit."""
+    held = remote(actors.CommitsWhenLet, before)
+    with Sender([held], timeout_s=WAIT_S) as sender:
+        pushed = sender.push_async(models.load_reference(after))
+        end = time.monotonic() + WAIT_S
+        while not ray.get(held.is_asked.remote(), timeout=WAIT_S) and time.monotonic() < end:
+            time.sleep(0.01)
+        seen = {"meanwhile": generated(held), "done": pushed.done()}
+        ray.get(held.let.remote(), timeout=WAIT_S)
+        pushed.result()
+    return {**seen, "after": generated(held), "fresh": [reference(before), reference(after)]}
+
+
 def left(before, after):
     """The handle of an actor of a cluster that the trainer has left, in one that has an actor of the same name."""
     named = {"name": "engine", "namespace": "policy"}
@@ -198,7 +212,7 @@ def train_and_push(config):
         sender.push(model)
 
 
-PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, engines, train_group, left)}
+PARTS = {part.__name__: part for part in (kinds, trainer, refused, beside, restarted, engines, train_group, left)}
 
 
 @contextlib.contextmanager

@@ -57,6 +57,12 @@ def test_what_is_no_engine_or_does_not_answer_is_refused_by_name(folders):
     assert seen["after"] == seen["fresh"]
 
 
+def test_an_actor_with_coroutines_starts_calls_while_its_engine_is_asked(folders):
+    seen = run("beside", *folders)
+    assert not seen["done"]
+    assert [seen["meanwhile"], seen["after"]] == seen["fresh"]
+
+
 def test_a_trainer_of_ray_train_pushes_from_all_its_workers(folders):
     seen = run("train_group", *folders)
     assert seen["after"] == [seen["fresh"]] * 2

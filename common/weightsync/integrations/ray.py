@@ -7,10 +7,11 @@ Only the bytes of the weights take a transport. Source of the actor's API: Ray 2
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import inspect
 import secrets
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final, NamedTuple
 
 from weightsync.daemon_thread import DaemonThread
@@ -21,8 +22,11 @@ from weightsync.tensors.layout import listed
 
 Reply = tuple[int, bytes]
 
-#: Seconds between two calls of an actor whose event loop must not wait for a reply.
-_LOOK_UP_S: Final = 0.002
+#: Seconds for which a call keeps an actor with coroutines from starting others. Between two such calls is a share of
+#: what has gone by, and at most so many seconds: each takes both processes about a millisecond.
+_KEEPS_S: Final = 0.02
+_LOOK_UP_S: Final = 0.05
+_LOOK_UP_SHARE: Final = 0.05
 #: Seconds after its deadline until a reply that nobody fetches is forgotten.
 _KEPT_S: Final = 60.0
 #: Requests that the process of an actor answers at once.
@@ -47,12 +51,13 @@ class EngineInActor:
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> Reply:
         """See `weightsync.protocol.in_process.AskedByCalls`."""
-        end, request = time.monotonic() + timeout_s, secrets.token_hex(8)
+        start, request = time.monotonic(), secrets.token_hex(8)
         while True:
-            reply = self._call(request, route, body, max(0.0, end - time.monotonic()))
+            gone_by = time.monotonic() - start
+            reply = self._call(request, route, body, max(0.0, timeout_s - gone_by))
             if reply is not None:
                 return reply
-            time.sleep(_LOOK_UP_S)
+            time.sleep(min(_LOOK_UP_S, gone_by * _LOOK_UP_SHARE))
 
     def _call(self, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
         import ray
@@ -113,12 +118,10 @@ _threads: Final = DaemonThread("weightsync-actor", _AT_ONCE)
 def _answer(actor: object, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
     """What the engine in ``actor`` replies; None if another call for the same ``request`` has to fetch that.
 
-    The event loop of an actor with coroutines goes on meanwhile. Another actor waits here for the reply, and so do its
-    other calls.
+    Ray runs ``__ray_call__`` in the thread that starts an actor's calls. One with coroutines goes on starting them
+    while the engine is busy. Another actor waits here for the reply, and so do its other calls.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _has_coroutines(type(actor)):
         return _reply(actor, route, body, timeout_s)
     pending: dict[str, _Pending] = vars(actor).setdefault(_PENDING, {})
     now = time.monotonic()
@@ -127,7 +130,14 @@ def _answer(actor: object, request: str, route: str, body: bytes, timeout_s: flo
             del pending[old]
         reply = _threads.submit(lambda: _reply(actor, route, body, timeout_s))
         pending[request] = _Pending(reply, now + timeout_s + _KEPT_S)
+    wait([pending[request].reply], _KEEPS_S)
     return pending.pop(request).reply.result() if pending[request].reply.done() else None
+
+
+@functools.cache
+def _has_coroutines(kind: type) -> bool:
+    """Whether Ray runs an event loop for actors of a class."""
+    return any(inspect.getmembers(kind, found) for found in (inspect.iscoroutinefunction, inspect.isasyncgenfunction))
 
 
 def _reply(actor: object, route: str, body: bytes, timeout_s: float) -> Reply:
