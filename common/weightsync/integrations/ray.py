@@ -7,7 +7,6 @@ Only the bytes of the weights take a transport. Source of the actor's API: Ray 2
 
 from __future__ import annotations
 
-import functools
 import inspect
 import secrets
 import time
@@ -134,7 +133,6 @@ def _answer(actor: object, request: str, route: str, body: bytes, timeout_s: flo
     return pending.pop(request).reply.result() if pending[request].reply.done() else None
 
 
-@functools.cache
 def _has_coroutines(kind: type) -> bool:
     """Whether Ray runs an event loop for actors of a class."""
     return any(inspect.getmembers(kind, found) for found in (inspect.iscoroutinefunction, inspect.isasyncgenfunction))
