@@ -151,10 +151,7 @@ def test_a_draft_of_another_vocabulary_or_architecture_is_refused_by_name(drafte
         sender.push(a, draft=a)
         for draft, words in (
             (narrow, r"draft:model.embed_tokens.weight .*256, 128"),
-            (
-                models.load_reference(model_folder("llama", 0)),
-                unknown,
-            ),
+            (models.load_reference(model_folder("llama", 0)), unknown),
         ):
             with pytest.raises(ManifestMismatch, match=words) as caught:
                 sender.push(models.load_reference(drafted.b), draft=draft)

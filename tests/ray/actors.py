@@ -50,8 +50,8 @@ class CommitsWhenLet(HeldByCoroutines):
 
         self.engine.front.commit = waits
 
-    def is_asked(self):
-        return self._asked.is_set()
+    async def asked(self):
+        await asyncio.to_thread(self._asked.wait)
 
     def let(self):
         self._let.set()

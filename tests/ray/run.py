@@ -123,9 +123,7 @@ def beside(before, after):
     held = remote(actors.CommitsWhenLet, before)
     with Sender([held], timeout_s=WAIT_S) as sender:
         pushed = sender.push_async(models.load_reference(after))
-        end = time.monotonic() + WAIT_S
-        while not ray.get(held.is_asked.remote(), timeout=WAIT_S) and time.monotonic() < end:
-            time.sleep(0.01)
+        ray.get(held.asked.remote(), timeout=WAIT_S)
         seen = {"meanwhile": generated(held), "done": pushed.done()}
         ray.get(held.let.remote(), timeout=WAIT_S)
         pushed.result()

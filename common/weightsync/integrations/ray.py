@@ -21,11 +21,12 @@ from weightsync.tensors.layout import listed
 
 Reply = tuple[int, bytes]
 
-#: Seconds for which a call keeps an actor with coroutines from starting others. Between two such calls is a share of
-#: what has gone by, and at most so many seconds: each takes both processes about a millisecond.
-_KEEPS_S: Final = 0.02
-_LOOK_UP_S: Final = 0.05
+#: Seconds for which one call waits for a reply in an actor with coroutines, which starts no other call meanwhile.
+_WAIT_S: Final = 0.02
+#: Until the next such call: a share of the time since the first, and at most so many seconds. A call takes the trainer
+#: and the actor about a millisecond each.
 _LOOK_UP_SHARE: Final = 0.05
+_LOOK_UP_S: Final = 0.05
 #: Seconds after its deadline until a reply that nobody fetches is forgotten.
 _KEPT_S: Final = 60.0
 #: Requests that the process of an actor answers at once.
@@ -52,11 +53,11 @@ class EngineInActor:
         """See `weightsync.protocol.in_process.AskedByCalls`."""
         start, request = time.monotonic(), secrets.token_hex(8)
         while True:
-            gone_by = time.monotonic() - start
-            reply = self._call(request, route, body, max(0.0, timeout_s - gone_by))
+            elapsed = time.monotonic() - start
+            reply = self._call(request, route, body, max(0.0, timeout_s - elapsed))
             if reply is not None:
                 return reply
-            time.sleep(min(_LOOK_UP_S, gone_by * _LOOK_UP_SHARE))
+            time.sleep(min(_LOOK_UP_S, elapsed * _LOOK_UP_SHARE))
 
     def _call(self, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
         import ray
@@ -129,8 +130,8 @@ def _answer(actor: object, request: str, route: str, body: bytes, timeout_s: flo
             del pending[old]
         reply = _threads.submit(lambda: _reply(actor, route, body, timeout_s))
         pending[request] = _Pending(reply, now + timeout_s + _KEPT_S)
-    wait([pending[request].reply], _KEEPS_S)
-    return pending.pop(request).reply.result() if pending[request].reply.done() else None
+    done, _ = wait([pending[request].reply], _WAIT_S)
+    return pending.pop(request).reply.result() if done else None
 
 
 def _has_coroutines(kind: type) -> bool:
